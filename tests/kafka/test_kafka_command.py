@@ -119,7 +119,7 @@ def test_wrong_usage_is_told_from_problems(kafka: Broker, log: CommitLog, tmp_pa
     said = txmq("relay", log.path, *to, *servers, "--shards", "2", "--shard", "2", code=2)[1]
     assert "--shard 2 is out of range: a whole number from 0 to 1 is expected" in said
     assert "is not a commit log" in txmq("relay", str(tmp_path), *to, *servers, code=2)[1]
-    with limited(ANSWER_S=0.2):
+    with limited(ANSWER_S=0.2, ASK_S=0.2):
         nobody = ("--bootstrap-servers", "127.0.0.1:1")
         said = txmq("relay", log.path, *to, *nobody, code=1, TXMQ_KAFKA__SASL_PASSWORD=SECRET)[1]
     assert "Kafka failed while its topics were listed (127.0.0.1:1)" in said
@@ -134,8 +134,18 @@ def test_secrets_of_the_environment_reach_kafka_s_client_and_no_output(kafka: Br
 
 
 @pytest.mark.turns(3, among="Kafka: what fails")
-def test_without_confluent_kafka_the_extra_is_named(log: CommitLog, tmp_path: Path) -> None:
-    missing = "raise ModuleNotFoundError(\"No module named 'confluent_kafka'\", name='confluent_kafka')"
+@pytest.mark.parametrize(
+    ("module", "code", "said"),
+    [
+        ("confluent_kafka", 2, "a relay to Kafka needs confluent-kafka: install rmq_spark with its extra kafka"),
+        ("certifi", 1, "ModuleNotFoundError: No module named 'certifi'"),
+    ],
+)
+def test_without_confluent_kafka_the_extra_is_named(
+    log: CommitLog, tmp_path: Path, module: str, code: int, said: str
+) -> None:
+    """What it imports itself, and does not find, is named as it is."""
+    missing = f"raise ModuleNotFoundError(\"No module named '{module}'\", name='{module}')"
     (tmp_path / "confluent_kafka.py").write_text(missing)
     done = subprocess.run(
         [sys.executable, "-m", "rmq_spark.cli", "relay", log.path, "--to", "kafka", "--bootstrap-servers", "a:1"],
@@ -144,5 +154,5 @@ def test_without_confluent_kafka_the_extra_is_named(log: CommitLog, tmp_path: Pa
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.strip() == "a relay to Kafka needs confluent-kafka: install rmq_spark with its extra kafka"
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.strip() == said

@@ -13,6 +13,7 @@ import pytest
 
 from rmq_spark import CommitLog, KafkaRelay
 from rmq_spark.errors import (
+    LostFileError,
     OptionError,
     PoisonMessageError,
     RelayError,
@@ -26,6 +27,7 @@ from tests.kafka.handing import Handing, committed
 from tests.support.half_batches import (
     commit,
     decide_one,
+    half_file,
     let_leave,
     make_log,
     pending,
@@ -34,7 +36,7 @@ from tests.support.half_batches import (
     send,
     split,
 )
-from tests.support.inside import PROPERTIES, TIMESTAMP, Runtime, UndeliveredError, Who
+from tests.support.inside import PROPERTIES, TIMESTAMP, Change, Runtime, UndeliveredError, Who
 from tests.support.limits import Limit, limited
 from tests.support.meanwhile import at, before_next
 
@@ -108,6 +110,15 @@ def test_a_stream_of_commits_is_followed_until_it_is_told_to_stop(handing: Handi
         thread.join()
     assert sum(counts) == 12
     assert handing.require_same(log) == 12
+
+
+def test_a_relay_of_a_log_without_topics_waits_for_the_first(handing: Handing, tmp_path: Path) -> None:
+    log = InMemoryCommitLog()
+    relay = handing.relay(log)
+    assert not relay.run_once()
+    log.create_topic("orders", 1)
+    commit(log, prepare(log, 0))
+    assert relay.run_once().messages == handing.require_same(log) == 5
 
 
 @pytest.mark.long
@@ -296,6 +307,44 @@ def test_what_expired_before_stops_the_relay_unless_it_is_to_skip_it(handing: Ha
     assert not handing.relay(log).run_once(), "the gap is behind it for good"
 
 
+@pytest.mark.turns(2, among="Kafka: what is refused")
+def test_what_expires_while_it_is_read_is_skipped_and_what_is_lost_is_not(handing: Handing, tmp_path: Path) -> None:
+    log = make_log("delta", tmp_path / "log", orders=1)
+    relay = handing.relay(log, on_expired="skip")
+    relay.run_once()
+    commit(log, prepare(log, 0, 2))
+    log.drain()
+
+    def expire() -> None:
+        log.engine.topic_store.set_retention("orders", 0.0)
+        let_leave(log)
+        log.set_retention("orders", None)
+        for file in (tmp_path / "log" / "messages").glob("*.parquet"):
+            file.unlink()
+
+    before_next(relay._source, "batches", expire)
+    assert relay.run_once().skipped == 2
+    commit(log, record := prepare(log, 1, 2))
+    half_file(log, record).rename(tmp_path / "lost")
+    with pytest.raises(LostFileError, match=half_file(log, record).name):
+        relay.run_once()
+    (tmp_path / "lost").rename(half_file(log, record))
+    assert relay.run_once().messages == 2
+
+
+@pytest.mark.turns(2, among="Kafka: what is refused")
+def test_messages_that_the_log_has_lost_are_not_skipped(handing: Handing, log: CommitLog) -> None:
+    commit(log, send(log, "lost", 2))
+    log.drain()
+    commit(log, send(log, "after", 2))
+    table = log.another().engine.messages_table
+    lost = Change(remove=table.actions()["path"].to_pylist())
+    table.compare_and_set(lambda _: lost, lambda _: True)
+    with pytest.raises(RelayRefusedError, match="queue 0: offsets 0 to 0 are not in the commit log: restore it"):
+        handing.relay(log, on_expired="skip").run_once()
+    assert not any(handing.ids().values())
+
+
 def test_a_new_relay_begins_at_the_first_message_that_is_kept(handing: Handing, log: CommitLog) -> None:
     commit(log, send(log, "expires", 6))
     log.drain()
@@ -343,6 +392,26 @@ def test_a_message_that_kafka_refuses_ends_the_relay_or_is_parked(handing: Handi
 
 
 @pytest.mark.turns(2, among="Kafka: what is refused")
+def test_what_the_parking_topic_refuses_too_ends_the_relay(handing: Handing, tmp_path: Path) -> None:
+    log = make_log("memory", tmp_path, orders=1)
+    handing.kafka.create(handing.parking_topic, max_message_bytes=100)
+    poisoned(log, "large")
+    with pytest.raises(PoisonMessageError, match=r"and it cannot be parked in '.*-parked': .*MSG_SIZE_TOO_LARGE"):
+        handing.relay(log, on_poison="park", kafka={"message.max.bytes": 1_000_000}).run_once()
+    assert len(handing.ids()[0]) == 17
+
+
+def test_a_relay_that_is_told_to_stop_ends_after_its_transaction(handing: Handing, tmp_path: Path) -> None:
+    log = make_log("memory", tmp_path, orders=1)
+    relay, stop = handing.relay(log, max_batch_messages=20), threading.Event()
+    relay.run_once()
+    poisoned(log, "large")
+    with at("relay step", stop.set, step="committed"):
+        assert relay.run_once(stop).messages == 17, "before the first that Kafka refuses"
+    assert relay.positions == {("orders", 0): 17}
+
+
+@pytest.mark.turns(2, among="Kafka: what is refused")
 @pytest.mark.parametrize("first", [False, True])
 def test_a_position_that_kafka_refuses_is_no_poison_message(handing: Handing, log: CommitLog, first: bool) -> None:
     handing.kafka.create(handing.positions_topic, cleanup_policy="compact", max_message_bytes=100 if first else 400)
@@ -355,6 +424,12 @@ def test_a_position_that_kafka_refuses_is_no_poison_message(handing: Handing, lo
     with pytest.raises(RelayRefusedError, match=f"{said}: .*MSG_SIZE_TOO_LARGE"):
         relay.run_once()
     assert handing.parked() == []
+
+
+def test_more_messages_than_kafka_s_client_can_hold_are_handed_over(handing: Handing, log: CommitLog) -> None:
+    commit(log, prepare(log, 0, 50))
+    assert handing.relay(log, kafka={"queue.buffering.max.messages": 5}).run_once().messages == 50
+    assert handing.require_same(log) == 50
 
 
 def test_messages_as_large_as_the_topic_of_kafka_takes_are_handed_over(handing: Handing, tmp_path: Path) -> None:
@@ -403,6 +478,11 @@ def test_topics_that_others_create_and_a_broker_does_not_know_yet_are_waited_for
     before_next(relay._brokers, "batch_bytes", lambda: kafka.delete(handing.topic()))
     before_next(runtime, "sleep", lambda: kafka.create(handing.topic(), 2))
     assert relay.run_once().messages == handing.require_same(log) == 5
+
+
+def test_a_topic_that_kafka_does_not_create_is_named(handing: Handing, log: CommitLog) -> None:
+    with pytest.raises(RelayError, match=r"topic '.*-positions' was created, .*INVALID_REPLICATION_FACTOR"):
+        handing.relay(log, replication_factor=2).run_once()
 
 
 def test_times_that_kafka_replaces_are_warned_of(
