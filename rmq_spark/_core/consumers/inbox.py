@@ -74,7 +74,7 @@ class SqlInbox(Database):
     work : callable
         ``work(connection, messages)`` gets the open database transaction and a ``pyarrow.Table`` of messages that it
         has not had before, in (topic, queue, offset) order. An exception rolls everything back.
-        ``ConsumeResult.FAILURE`` is refused, since it would not.
+        To return ``ConsumeResult.FAILURE`` is an error, because it would undo nothing.
     table : str
         Name of the table of positions. The table ``<table>_log`` keeps the id of the log that they belong to.
     schema : str, optional
@@ -216,7 +216,8 @@ class SqlInbox(Database):
             log, or the log was restored from a copy and has other messages below a position. Nothing was written.
         TransactionEndedError
             When ``work`` ended the database transaction. Some of the results may be committed. Every later call is an
-            error until the positions are set with :meth:`set_position`; the error says when that could not be noted.
+            error until the positions are set with :meth:`set_position`. When the positions could not be marked, the
+            error says so, and a later call would write the results again.
         """
         missing = [name for name in POSITION_COLUMNS if name not in messages.column_names]
         if missing:
@@ -284,6 +285,7 @@ class SqlInbox(Database):
         self._move(connection, under_way, ends)
 
     def _mark_positions(self, before: InboxPositions, ends: InboxPositions) -> bool:
+        """Mark the positions so that no later call goes on; False when the database did not take it."""
         try:
             with self.transaction() as connection:
                 self._move(connection, before, {q: before.get(q, _Position(0)).under_way() for q in ends})
